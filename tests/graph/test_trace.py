@@ -138,6 +138,8 @@ FUNCTIONS: list[tuple[Callable[..., Any], list[Any], tuple[tuple[str, ...], ...]
     (lambda x, s: dnn.batch_norm(x, scale=s, eps=0.5), numbers(X, (6,)), ()),
     (lambda x, s: dnn.group_norm(x, groups=2, scale=s, eps=0.5), numbers(X, (6,)), ()),
     (lambda x: dnn.pool(x, window=2, mode="max"), numbers(X), ()),
+    (lambda x, y: jnp.stack([x, y.T, x * 2], 1), numbers((3, 5), (5, 3)), ()),
+    (lambda x, y: jnp.stack([x[:, None], y]) + jnp.stack([y, y]), numbers((3, 5), (3, 1, 5)), ()),
     (lambda x: dnn.pool(x, window=3, padding=1, mode="average_exclude_padding"), numbers(X), ()),
     (lambda x: dnn.activation(x, activation=("leaky_relu", 0.1)), numbers(X), ()),
     (lambda x: jax.nn.logsumexp(x, axis=1), numbers(X), ()),

@@ -179,9 +179,21 @@ def _sliced(tracing: Tracing, x: Value, parts: list[slice], shape: tuple[int, ..
 
 @primitive("concatenate")
 def _concatenate(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    return _concatenated(tracing, eqn, values, eqn.params["dimension"])
+
+
+@primitive("stack")
+def _stack(tracing: Tracing, eqn: Any, values: Sequence[Value]) -> list[Value]:
+    at = eqn.params["axis"]
+    longer = lambda sizes, new: (*sizes[:at], new, *sizes[at:])
+    parts = [Value(v.tensor, longer(v.axes, None), longer(v.shape, 1), v.dtype) for v in values]
+    return _concatenated(tracing, eqn, parts, at)
+
+
+def _concatenated(tracing: Tracing, eqn: Any, values: Sequence[Value], axis: int) -> list[Value]:
     shape, dtype = result(eqn)
     parts = [tracing.operand(v, range(len(shape))) for v in values]
-    made = tracing.made(tracing.g.concatenate(parts, eqn.params["dimension"]), shape, dtype)
+    made = tracing.made(tracing.g.concatenate(parts, axis), shape, dtype)
     return [tracing.value(made, range(len(shape)), shape, dtype)]
 
 
