@@ -203,7 +203,7 @@ def test_unasked_it_serves_wherever_it_can(how):
 
 
 def test_in_64_bit_mode_kernels_are_lowered_alike(h200: None):
-    """Forward and backward: they count in 32 bits."""
+    """Forward, rows, and the gradient: they count in 32 bits."""
     x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     loss = lambda q, k, v: dnn.attention(q, k, v, causal=True).astype(jnp.float32).sum()
     kernels = []
@@ -211,7 +211,7 @@ def test_in_64_bit_mode_kernels_are_lowered_alike(h200: None):
         with jax.enable_x64(wide):
             text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
         kernels.append(text.count("custom_call @mosaic_gpu"))
-    assert kernels == [4, 4]
+    assert kernels == [3, 3]
 
 
 def lowered(f: Any, *avals: Any) -> int:
