@@ -7,7 +7,6 @@ on its own neighbourhood alone.
 from __future__ import annotations
 
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -335,11 +334,7 @@ def _window_of(n: Any, alpha: Any, beta: Any, k: Any, even: Any) -> _Window:
     if n > checks.LARGEST:
         raise ValueError(f"`n` must be at most {checks.LARGEST}, got a number of {n.bit_length()} bits.")
     low = n // 2 if checks.choice("even", even, _SIDES) == "low" else (n - 1) // 2
-    numbers = [checks.as_float(name, v) for name, v in (("lrn_alpha", alpha), ("lrn_beta", beta), ("k", k))]
-    for name, number in zip(("lrn_alpha", "lrn_beta", "k"), numbers, strict=True):
-        if not math.isfinite(number):
-            raise ValueError(f"`{name}` must be a finite number, got {number!r}.")
-    return _Window(n, numbers[0], numbers[1], numbers[2], low)
+    return _Window(n, checks.finite("lrn_alpha", alpha), checks.finite("lrn_beta", beta), checks.finite("k", k), low)
 
 
 def added(v: Array, *, axes: tuple[int, ...], low: int, high: int) -> Array:

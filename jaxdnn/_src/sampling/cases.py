@@ -203,8 +203,8 @@ def draw(op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
 
 
 def _draw_cells(most: bool, op: str, engine: str, rng: drawn.Generator, name: str) -> SamplingCase:
-    """A gradient in images that together have more cells than 16 bits number, or so many more that no bits are left to
-    votes. A pixel has several cells along axes of one pixel."""
+    """A gradient in images that have more cells in all than 16 bits number: the sort leaves the low bits of a cell's
+    number, or, of the most cells, has keys of 32 bits. Along an axis of one pixel a pixel has several cells."""
     batch, sizes = (2048, (1024, 1, 1)) if most else (int(rng.integers(40, 120)), (60, 30))
     points = tuple(int(n) for n in rng.integers(1, 4, len(sizes)))
     variant = str(rng.choice([v for v in VARIANTS if v.startswith("linear")]))

@@ -168,8 +168,8 @@ def _folded(x: Array, dy: Array, geo: Geometry, out_dtype: Any, config: Config |
     branches.record("wgrad", folded_taps=True)
     c, k = x.shape[-1], dy.shape[-1]
     wide, rest = _folded_channels(geo, c), geo.without_last_taps
-    taps = copies.fold_taps(copies.no_earlier(x, dy), geo, wide)
-    dw = conv_wgrad(taps, dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
+    x = copies.fold_taps(copies.no_earlier(x, dy), geo, wide)
+    dw = conv_wgrad(x, dy, geo=rest, out_dtype=out_dtype, config=config, sms=sms)
     dw = lax.slice_in_dim(dw, 0, geo.taps[-1] * c, axis=dw.ndim - (1 if geo.outer else 2))
     return dw.reshape((k, *geo.taps, c) if geo.outer else (*geo.taps, c, k))
 
